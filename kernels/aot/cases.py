@@ -8,10 +8,12 @@ the specializations that Triton derives from their values, therefore equal those
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -52,12 +54,13 @@ MASKS: dict[str, Mask] = {
 # Changes of the score config in each mode. Some modes change other things:
 # "carried" is a ring's hop between others: two chunks, a state in and out, and gradients that are added to.
 # "first", "middle" and "last" are the forwards of a ring's hops. Modes with "long" have LONG_SEQLEN rows.
+# "parts" cuts the query heads of a KV head in parts.
 # "mha" has equal numbers of query and KV heads. "dlse" has a gradient of lse. "split" cuts the keys of a decoding step.
 # "ordered" adds dq in the order of keys, with counters.
 # "ragged" has a length that is no multiple of a tile, so loads check bounds.
 OTHERS = (
     *("alone", "carried", "first", "middle", "last", "long", "long first", "long middle", "long last"),
-    *("mha", "dlse", "split", "ordered", "ragged"),
+    *("mha", "dlse", "split", "ordered", "ragged", "parts"),
 )
 MODES: dict[str, dict[str, Any]] = {name: {} for name in OTHERS} | {
     "softcap": {"softcap": 20.0},
@@ -165,6 +168,8 @@ def _hopper_cases() -> Iterator[Case]:
         yield Case("hopper_forward", "bfloat16", 64, "causal", mode)
     for mode in ("long", "long middle"):
         yield Case("hopper_forward", "bfloat16", 64, "window", mode)
+    for mask in ("full", "causal", "window"):
+        yield Case("hopper_forward", "bfloat16", 96, mask, "long")
     for headdim, mode in product((64, 96, 128, 256), ("alone", "dlse", "ordered")):
         yield Case("hopper_prepare", "bfloat16", headdim, "full", mode)
     for mode in ("alone", "ordered"):
@@ -177,6 +182,7 @@ def _hopper_cases() -> Iterator[Case]:
         yield Case(kernel, "bfloat16", 128, "packed")
         yield Case(kernel, "bfloat16", 64, "band")
         yield Case(kernel, "float16", 128, "causal")
+    yield Case("hopper_ordered", "bfloat16", 64, "causal", "parts")
 
 
 def launch(case: Case) -> None:
@@ -271,12 +277,15 @@ def _hopper_forward(x: _Inputs) -> None:
 
 
 def _hopper_backward(x: _Inputs, *, ordered: bool = False) -> None:
-    from ringflash.kernels.hopper.calls import backward
+    from ringflash.kernels.hopper import calls
     from ringflash.kernels.hopper.dq_accumulator import DqAccumulator
 
-    total = DqAccumulator(x.q, hops=2, ordered=ordered)  # two hops: added in order only if `ordered`, however short
+    cut = x.mode == "parts"
+    # With two hops dq is added in order only if `ordered`, however short they are.
+    total = DqAccumulator(x.q, hops=1 if cut else 2, ordered=ordered)
     dk, dv = x.keys(x.nheads_kv, x.gradients), x.values(x.nheads_kv, x.gradients)
-    backward(x.of_backward, dk, dv, accumulate=x.carried, dq=total)
+    with mock.patch.object(calls, "head_parts", return_value=2) if cut else nullcontext():  # as on a large GPU
+        calls.backward(x.of_backward, dk, dv, accumulate=x.carried, dq=total)
     total.finish()
 
 

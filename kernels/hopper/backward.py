@@ -24,8 +24,8 @@ Otherwise `minus_lse` is -lse log2 e. It is then added to the scaled S, and -del
 
 `backward_step.py` has the computations of the consumers, and how they share them. dq of a tile of queries is computed
 during the next tile, in two or four pieces (`PIECES`): consumer C computes pieces C, C + 2, and so on. Two more warps
-add dq to global memory, each every other tile. At headdim 96 dk and dv have two parts (`columns.py`), and the second
-piece of dq includes 32 columns of zeros.
+add dq to global memory, each every other tile. At headdim 96 dk and dv have two parts (`columns.py`), and dq has pieces
+of 64 and 32 columns.
 Source: FlashAttention-3 (Shah et al. 2024), appendix B, with tiles and an order of matmuls measured best on an H200.
 """
 
@@ -48,9 +48,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ringflash.kernels.hopper.backward_step import STAGES, Shared, start_dq, step
-from ringflash.kernels.hopper.columns import matmul_layout, zero_parts
+from ringflash.kernels.hopper.columns import count, matmul_layout, zero_parts
 from ringflash.kernels.hopper.dkdv_store import Gradients, parts_of_ds, parts_of_pieces, pass_gradients
-from ringflash.kernels.hopper.dq_accumulator import SemaphoreOrder, add_tile, pass_dq, wait_passed
+from ringflash.kernels.hopper.dq_accumulator import SemaphoreOrder, add_tile, make_pieces, pass_dq, wait_passed
 from ringflash.kernels.hopper.isolation import isolate_keys
 from ringflash.kernels.hopper.launch import Sizes
 from ringflash.kernels.hopper.pipeline import (
@@ -105,8 +105,9 @@ class BackwardConstants(NamedTuple):
     (`isolation.py`) even if lse and delta are finite. ORDERED adds dq in a fixed order; the first addition to a tile is
     then a store. ORDERED needs DESCENDING, under which a tile of queries is processed for all heads before the next
     tile. With BY_HEADS too, all tiles of a head come before those of the next head. ACCUMULATE adds dk and dv to
-    memory. GROUP counts the query heads of a KV head. ROWS is 64, the keys of a consumer, and KEY_PARTS counts the
-    parts of 64 keys in a tile.
+    memory. HEAD_PARTS counts the parts in which the query heads of a KV head are cut (`head_parts.py`), and GROUP the
+    query heads of a part; `place.head` counts parts. ROWS is 64, the keys of a consumer, and KEY_PARTS counts the parts
+    of 64 keys in a tile.
     """
 
     MASKED: Any
@@ -118,6 +119,7 @@ class BackwardConstants(NamedTuple):
     BY_HEADS: Any
     ACCUMULATE: Any
     GROUP: Any
+    HEAD_PARTS: Any
     PRELOADED: Any
     BLOCK_D: Any
     WIDTHS: Any
@@ -193,8 +195,9 @@ def load_warp(inputs, shared, prefetch, heads, kind):
         signal_prefetch(prefetch, taken, 0, total, AHEAD)
         if total > 0:  # before k and v, whose buffers become free only when the previous tile of keys is finished
             _copy_queries(inputs, shared, place, 0, first_use, heads, kind)
+        head = place.head // kind.HEAD_PARTS
         for c in gl.static_range(kind.KEY_PARTS):
-            at = [place.batch, (place.tile * kind.KEY_PARTS + c) * kind.ROWS, place.head, 0]
+            at = [place.batch, (place.tile * kind.KEY_PARTS + c) * kind.ROWS, head, 0]
             fill(shared.v, taken * kind.KEY_PARTS + c, inputs.v, at)
             fill(shared.k, taken * kind.KEY_PARTS + c, inputs.k, at)
         for i in range(1, total):
@@ -303,9 +306,9 @@ def mma_warpgroup(C: gl.constexpr, shared, gradients, bounds, kind):
             first_use = end
             _release_all(shared.v, kind)
             wait_full(shared.ds, end - 1)
-            for piece in gl.static_range(C, kind.PIECES, 2):
+            for piece in gl.static_range(C, count(kind.PIECES), 2):
                 dq = warpgroup_mma_wait(0, deps=[start_dq(piece, end - 1, shared, kind)])
-                if piece + 2 >= kind.PIECES:
+                if piece + 2 >= count(kind.PIECES):
                     _release_all(shared.k, kind)
                 pass_dq(piece, dq, end - 1, shared.dq, kind.PIECES)
         else:
@@ -342,7 +345,7 @@ def _backward_kernel(
     PREFETCH: gl.constexpr = V_BARRIER + 4
     QUEUE_BARRIER: gl.constexpr = PREFETCH + 4
     DQ_BARRIER: gl.constexpr = QUEUE_BARRIER + 4
-    DS_BARRIER: gl.constexpr = DQ_BARRIER + 4 * kind.PIECES
+    DS_BARRIER: gl.constexpr = DQ_BARRIER + 4 * count(kind.PIECES)
     P_BARRIER: gl.constexpr = DS_BARRIER + 2 * kind.DS_STAGES
     q_dout_tiles = make_tiles(q, STAGES + kind.DOUT_STAGES)
     kv_tiles = make_tiles(k, 2 * kind.KEY_PARTS)
@@ -359,13 +362,13 @@ def _backward_kernel(
     # that adds. With one pair, a warp would wait for every second phase only. All these phases have the same parity, so
     # its wait could return early. The buffer of a piece is `piece % 2`, so `buffer_of` does not apply to this ring.
     gl.static_assert(ADDERS == 2)
-    pieces = make_tiles(dq, 2)
-    dq_ring = make_ring(pieces, barriers, 0, DQ_BARRIER, 2 * kind.PIECES, 1)
+    pieces = make_pieces(dq, 2)
+    dq_ring = make_ring(pieces, barriers, 0, DQ_BARRIER, 2 * count(kind.PIECES), 1)
     # Both consumers write ds. Its empty barriers are not used (`Shared`).
     ds_ring = make_ring(ds, barriers, 0, DS_BARRIER, kind.DS_STAGES, 1, kind.KEY_PARTS)
     if kind.BY_GRADIENT:
         parts = parts_of_pieces(pieces, dk)
-        p_ring = make_ring(make_tiles(dq, 1), barriers, 0, P_BARRIER, 1, 1)
+        p_ring = make_ring(make_pieces(dq, 1), barriers, 0, P_BARRIER, 1, 1)
     else:
         parts = parts_of_ds(ds, dk, kind.DS_STAGES, kind.BLOCK_M)
         p_ring = ds_ring  # not used

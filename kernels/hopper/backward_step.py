@@ -11,9 +11,9 @@ In heads wider than 128, dk and dv of 64 keys fill the registers of two consumer
 these keys, or compute half of the columns of dk and dv. Either would take more reads of shared memory, as the scores'
 matmuls would be half as large, or be computed by both.
 
-dq of a tile is computed during the next tile, in pieces of 64 by 64: piece `C` by consumer `C`, and with `BY_GRADIENT`
-piece `C + 2` too. A consumer has one buffer for its pieces. Between its two pieces are other matmuls, during which the
-first is added to memory.
+dq of a tile is computed during the next tile, in pieces of 64 rows and `PIECES` columns: piece `C` by consumer `C`, and
+with `BY_GRADIENT` piece `C + 2` too. A consumer has one buffer for its pieces. Between its two pieces are other
+matmuls, during which the first is added to memory.
 """
 
 # Gluon's DSL is not Python to a type checker.
@@ -100,16 +100,16 @@ def _of_keys(ring, c: gl.constexpr, kind):
 
 @gluon.jit
 def start_dq(PIECE: gl.constexpr, i, shared, kind):
-    """Issues the matmuls of a piece of dq of tile `i` of queries: 64 columns, or 64 rows if BLOCK_D is 64."""
-    Q: gl.constexpr = matmul_layout(64)
-    dq = gl.zeros([64, 64], gl.float32, Q)
+    """Issues the matmuls of a piece of dq of tile `i` of queries: columns, or half of the rows if BLOCK_D is 64."""
+    COLUMNS: gl.constexpr = width_of(kind.PIECES, PIECE)
+    dq = gl.zeros([64, COLUMNS], gl.float32, matmul_layout(COLUMNS))
     for c in gl.static_range(kind.KEY_PARTS):
         ds = shared.ds.buffers.index(slot_of(i, kind.DS_STAGES) * kind.KEY_PARTS + c)
         k = _of_keys(shared.k, c, kind)
         if kind.BLOCK_D == 64:
             ds = ds.slice(PIECE * 64, 64, 1)
         else:
-            k = k.slice(PIECE * 64, 64, 1)
+            k = k.slice(PIECE * 64, COLUMNS, 1)
         dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=c > 0, is_async=True)
     return dq
 

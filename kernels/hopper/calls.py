@@ -15,8 +15,6 @@ from ringflash.kernels.contract import BackwardArguments, DqSum, ForwardArgument
 from ringflash.kernels.hopper.backward import KERNEL as BACKWARD_KERNEL
 from ringflash.kernels.hopper.backward import BackwardConstants
 from ringflash.kernels.hopper.config import (
-    LONG_VISITS,
-    PIECE_SHAPE,
     ROWS,
     ForwardConfig,
     adds_in_turns,
@@ -27,6 +25,7 @@ from ringflash.kernels.hopper.dkdv_store import PART_BYTES
 from ringflash.kernels.hopper.dq_accumulator import DqAccumulator
 from ringflash.kernels.hopper.forward import KERNEL as FORWARD_KERNEL
 from ringflash.kernels.hopper.forward import ForwardConstants
+from ringflash.kernels.hopper.head_parts import add_parts, head_parts, new_parts
 from ringflash.kernels.hopper.launch import (
     Sizes,
     constants,
@@ -39,7 +38,7 @@ from ringflash.kernels.hopper.launch import (
 from ringflash.kernels.hopper.mask_tables import Intervals, intervals
 from ringflash.kernels.hopper.vectors import prepared_vectors, vectors
 from ringflash.kernels.launch import Launches, layout
-from ringflash.kernels.triton.config import FUSED
+from ringflash.kernels.triton.config import FUSED, processors
 from ringflash.masks.base import Packing
 from ringflash.state import LOG2E
 
@@ -47,14 +46,16 @@ _OPTIONS = {"num_warps": 4, **FUSED}
 _forwards, _backwards = Launches(), Launches()
 
 
-def tiling(problem: TileProblem, headdim: int, device: torch.device) -> tuple[ForwardConfig, Intervals]:
+def tiling(
+    problem: TileProblem, headdim: int, device: torch.device, *, alone: bool = True
+) -> tuple[ForwardConfig, Intervals]:
     """Chooses the tiling of the forward, and makes its mask tables.
 
     The tiling depends on the number of processed tiles, which is counted with the tiling for short spans. Tables that
-    the GPU has made are of that tiling.
+    the GPU has made are of that tiling. `alone` is as in `forward_config`.
     """
     if problem.tiling is not None:
-        either = (forward_config(headdim, masked=True, visits=visits) for visits in (0, LONG_VISITS))
+        either = (forward_config(headdim, masked=True, visits=visits) for visits in (0, math.inf))
         config = next(config for config in either if config.consumers * ROWS == problem.tiling.own_block)
         return config, _made_tables(problem, problem.tiling, covers=True)
 
@@ -64,11 +65,11 @@ def tiling(problem: TileProblem, headdim: int, device: torch.device) -> tuple[Fo
 
     short = forward_config(headdim, masked=True, visits=0)
     known = tables(short)
-    config = forward_config(headdim, masked=known.masked, visits=known.visits)
+    config = forward_config(headdim, masked=known.masked, visits=known.visits, alone=alone)
     if config == short:
         return short, known
     longer = tables(config)  # under longer tiles more of them may need a mask
-    if forward_config(headdim, masked=longer.masked, visits=known.visits) != config:
+    if forward_config(headdim, masked=longer.masked, visits=known.visits, alone=alone) != config:
         return short, known
     return config, longer
 
@@ -133,7 +134,7 @@ def forward(given: ForwardArguments) -> None:
     """Launches the forward of one hop; see `Backend.forward`."""
     q, k, v, problem, state, out, lse, first, last = given
     batch, seqlen_q, nheads, headdim = q.shape
-    config, known = tiling(problem, headdim, q.device)
+    config, known = tiling(problem, headdim, q.device, alone=first and last)
     group = nheads // k.shape[2]  # query heads that stream the same keys and values
     streamed = 2 * k.shape[1] * headdim * k.itemsize // group
     waves = 1.5 * known.skew  # with `skew` waves alone, the longest tiles of the last heads begin too late
@@ -156,7 +157,9 @@ def forward(given: ForwardArguments) -> None:
         REGISTERS=config.registers,
         OUT_IN_Q=config.out_in_q,
         TURNS=config.turns,
-        PASS_OVER=config.turns and known.above and not known.below,  # with both bounds, registers do not suffice
+        OVERLAPS=config.overlaps,
+        # With both bounds, registers do not suffice.
+        PASS_OVER=(config.turns or config.consumers > 2) and known.above and not known.below,
         ROWS=ROWS,
     )
     layouts, changing, grid = layout(q, k, v), (*tensors, tables.counter, *problem.tables), (programs,)
@@ -215,11 +218,17 @@ def repeat_backward(inputs: BackwardArguments, dk: Tensor, dv: Tensor, *, accumu
     launch = _backwards.find(_backward_key(inputs, dk, dv, accumulate, dq))
     if launch is None:
         return False
+    factor, parts = launch.note
     total = _dq_tiles(inputs, dq)
     counter = new_counter(launch.grid[0] if dq.counters is None else 0, inputs.q.device)
-    of_rows = _of_rows(inputs, launch.note, counter.lost, total, dq)
+    of_rows = _of_rows(inputs, factor, counter.lost, total, dq)
     semaphores = () if dq.counters is None else (dq.counters,)
-    return launch((*inputs[:4], dk, dv, *of_rows, total, counter.following, *semaphores, *inputs.problem.tables))
+    targets = new_parts(dk, dv, parts)
+    if not launch((*inputs[:4], *targets, *of_rows, total, counter.following, *semaphores, *inputs.problem.tables)):
+        return False
+    if parts > 1:
+        add_parts(*targets, dk, dv)
+    return True
 
 
 def backward(inputs: BackwardArguments, dk: Tensor, dv: Tensor, *, accumulate: bool, dq: DqSum) -> None:
@@ -236,10 +245,14 @@ def backward(inputs: BackwardArguments, dk: Tensor, dv: Tensor, *, accumulate: b
     else:
         q_chunks, k_chunks, blocks = problem.q_chunks, problem.k_chunks, (config.keys, config.block_m)
         known = intervals(problem.mask, q_chunks, k_chunks, *blocks, q.device, by_keys=True, ordered=ordered)
-    group = nheads // nheads_kv
-    streamed = 2 * seqlen_q * headdim * q.itemsize * group  # bytes of q and dout for one KV head
+    parts = 1
+    if dq.hops == 1 and not accumulate and dk.is_contiguous() and dv.is_contiguous():
+        ntiles = known.order.numel() * batch * nheads_kv
+        parts = head_parts(nheads // nheads_kv, ntiles, known.skew, processors(q.device))
+    heads, group = nheads_kv * parts, nheads // nheads_kv // parts
+    streamed = 2 * seqlen_q * headdim * q.itemsize * group  # bytes of q and dout for one of these heads
     waves = min(known.skew, 2.0)  # with more heads mixed, their inputs and dq no longer fit in L2
-    tables, lost, sizes, programs = work_arguments(known, batch, nheads_kv, streamed, waves, q.device, in_order=ordered)
+    tables, lost, sizes, programs = work_arguments(known, batch, heads, streamed, waves, q.device, in_order=ordered)
     preloaded = config.preloaded_masked if known.masked else config.preloaded
     factor = -1.0 / problem.score_config.softmax_scale if preloaded else -LOG2E
     minus_lse, minus_delta, lost = _of_rows(inputs, factor, lost, total, dq)
@@ -253,6 +266,7 @@ def backward(inputs: BackwardArguments, dk: Tensor, dv: Tensor, *, accumulate: b
         BY_HEADS=ordered and group > 1 and known.shifted,
         ACCUMULATE=accumulate,
         GROUP=group,
+        HEAD_PARTS=parts,
         PRELOADED=preloaded,
         BLOCK_D=config.block_d,
         WIDTHS=config.widths,
@@ -266,22 +280,24 @@ def backward(inputs: BackwardArguments, dk: Tensor, dv: Tensor, *, accumulate: b
     )
     key, grid = _backward_key(inputs, dk, dv, accumulate, dq), (programs,)
     semaphores = () if dq.counters is None else (dq.counters,)
-    changing = (dout, q, k, v, dk, dv, minus_lse, minus_delta, lost, total, tables.counter, *semaphores)
+    targets = new_parts(dk, dv, parts)
+    changing = (dout, q, k, v, *targets, minus_lse, minus_delta, lost, total, tables.counter, *semaphores)
     changing = (*changing, *problem.tables)
     kept, scales = (
         () if problem.tiling is not None else (*tables[:3], known.turns),
         (problem.score_config.to_base2, problem.score_config.softmax_scale),
     )
     family = kind, scales, len(kept), dk.dtype, dv.dtype, known.turns_stride, *layout(dout, q, k, v, dk, dv)
-    if _backwards.bind(key, family, grid, changing, kept, sizes, note=factor):
-        return
-    arguments = (
-        *(tile_view(x, config.block_m, config.block_d) for x in (q, dout)),
-        *(tile_view(x, ROWS, config.block_d) for x in (k, v)),
-        *(vector_view(x, config.block_m) for x in (minus_lse, minus_delta)), lost,
-        rows_view(total, *PIECE_SHAPE), *(tile_view(x, ROWS, PART_BYTES // x.itemsize) for x in (dk, dv)),
-        dq.counters, known.turns, known.turns_stride, minus_lse.shape[2], seqlen_k, *scales,
-        tables, *sizes, constants(kind),
-    )  # fmt: skip
-    numbers = _places_of_sizes(arguments)
-    _backwards.first(key, BACKWARD_KERNEL, grid, arguments, _OPTIONS, changing, kept, numbers, factor, family)
+    if not _backwards.bind(key, family, grid, changing, kept, sizes, note=(factor, parts)):
+        arguments = (
+            *(tile_view(x, config.block_m, config.block_d) for x in (q, dout)),
+            *(tile_view(x, ROWS, config.block_d) for x in (k, v)),
+            *(vector_view(x, config.block_m) for x in (minus_lse, minus_delta)), lost,
+            rows_view(total, *config.dq_box), *(tile_view(x, ROWS, PART_BYTES // x.itemsize) for x in targets),
+            dq.counters, known.turns, known.turns_stride, minus_lse.shape[2], seqlen_k, *scales,
+            tables, *sizes, constants(kind),
+        )  # fmt: skip
+        places, note = _places_of_sizes(arguments), (factor, parts)
+        _backwards.first(key, BACKWARD_KERNEL, grid, arguments, _OPTIONS, changing, kept, places, note, family)
+    if parts > 1:
+        add_parts(*targets, dk, dv)

@@ -11,8 +11,6 @@ from torch import Tensor
 
 ROWS = 64  # rows of a warpgroup's matmul
 KEYS = 2 * ROWS  # keys of a tile that a program of the backward owns
-PIECE_SHAPE = (16, 256)  # shape of a piece of the sum of dq, 64 by 64 numbers, as TMA copies it
-PIECE = PIECE_SHAPE[0] * PIECE_SHAPE[1]  # numbers of a piece
 
 
 def padded_rows(seqlen: int) -> int:
@@ -33,6 +31,8 @@ class ForwardConfig:
         registers: registers of each thread of a consumer.
         out_in_q: whether the result is staged in the buffers of q, because shared memory has no room for others.
         turns: whether consumers issue their matmuls in a fixed cyclic order (ping-pong).
+        overlaps: whether the softmax of a tile overlaps P v of the tile before in the same consumer. Its registers then
+            hold P and the scores of two tiles.
     """
 
     block_d: int
@@ -43,6 +43,7 @@ class ForwardConfig:
     registers: int
     out_in_q: bool = False
     turns: bool = False
+    overlaps: bool = True
 
 
 _FORWARD = {
@@ -54,20 +55,25 @@ _FORWARD = {
 
 
 # A third consumer keeps the tensor cores busier, but its longer tile wastes more where rows see short spans.
-_FORWARD_LONG = _FORWARD | {64: ForwardConfig(64, (64,), 128, 2, 3, 160, turns=True)}
-LONG_VISITS = 12
+_FORWARD_LONG = {
+    64: ForwardConfig(64, (64,), 128, 2, 3, 160, turns=True),
+    96: ForwardConfig(128, (64, 32), 128, 2, 3, 160, overlaps=False),
+}
+LONG_VISITS = {64: (0, 12), 96: (12, 32)}  # visits from which on that pays, without a mask and with one
 
 
-def forward_config(headdim: int, *, masked: bool, visits: float) -> ForwardConfig:
+def forward_config(headdim: int, *, masked: bool, visits: float, alone: bool = True) -> ForwardConfig:
     """Returns the tile sizes of the forward for any headdim up to 256.
 
     Args:
         headdim: headdim of queries, keys and values.
         masked: whether any processed tile of keys needs a mask.
         visits: tiles of keys that a tile of queries processes, on average, under the tile sizes for `visits` 0.
+        alone: False for a hop with an incoming or outgoing state, whose float32 O takes more shared memory.
     """
-    table = _FORWARD_LONG if not masked or visits >= LONG_VISITS else _FORWARD
-    return table[next(block for block in _FORWARD if headdim <= block)]
+    block = next(block for block in _FORWARD if headdim <= block)
+    is_long = block in _FORWARD_LONG and visits >= LONG_VISITS[block][masked]
+    return _FORWARD_LONG[block] if is_long and (alone or block <= 64) else _FORWARD[block]
 
 
 @dataclass(frozen=True)
@@ -108,9 +114,18 @@ class BackwardConfig:
         return 1 if self.by_gradient else 2
 
     @property
-    def pieces(self) -> int:
-        """Pieces of 64 by 64 in a tile of dq."""
-        return self.block_m * self.block_d // PIECE
+    def pieces(self) -> tuple[int, ...]:
+        """Columns of each piece of a tile of dq; a piece has 64 rows.
+
+        They are the columns of a head, 64 at a time, or at headdim 64 those of one half of the rows each.
+        """
+        columns = sum(self.widths)
+        return (64,) * (self.block_m // 64 * columns // 64) + (columns % 64,) * (columns % 64 > 0)
+
+    @property
+    def dq_box(self) -> tuple[int, int]:
+        """Shape in which TMA adds a piece to the sum of dq, at once or in several boxes."""
+        return min(self.pieces) // 4, 256
 
 
 _BACKWARD = {
@@ -155,7 +170,7 @@ def adds_in_turns(rows: int, nheads: int, nheads_kv: int, headdim: int) -> bool:
 
 def dq_tile(columns: int) -> int:
     """Returns how many numbers a tile of the sum of dq has, if the sum has `columns`."""
-    return backward_config(columns).pieces * PIECE
+    return ROWS * sum(backward_config(columns).pieces)
 
 
 def dq_sum_shape(q: Tensor) -> tuple[int, int, int, int]:
@@ -164,4 +179,4 @@ def dq_sum_shape(q: Tensor) -> tuple[int, int, int, int]:
     It is (batch, nheads, rows, columns).
     """
     batch, seqlen, nheads, headdim = q.shape
-    return batch, nheads, padded_rows(seqlen), backward_config(headdim).block_d
+    return batch, nheads, padded_rows(seqlen), sum(backward_config(headdim).widths)

@@ -5,9 +5,9 @@ neighbouring rows would use the same banks of shared memory, and half of them wo
 order, four numbers of a thread are adjacent, followed by those of the next thread. So a thread writes 16 bytes at a
 time without bank conflicts, and TMA adds to consecutive memory. At the end another kernel converts the sum to rows.
 
-The sum is (batch, nheads, rows, columns), padded to whole tiles: rows to 128 a sequence, columns to 64, 128 or 256. A
-tile of queries has two or four consecutive pieces of 64 by 64: parts of its columns if headdim is above 64, else of its
-rows.
+The sum is (batch, nheads, rows, columns), padded to whole tiles: rows to 128 a sequence, columns to 64, 96, 128 or
+256. A tile of queries has two or four consecutive pieces of 64 rows (`BackwardConfig.pieces`): parts of its columns if
+headdim is above 64, else of its rows. A piece has 64 columns, or at headdim 96 the second one 32.
 
 In deterministic mode, and for short sequences, programs add to a tile in the order of their tiles of keys. Each tile of
 dQ has a counter as semaphore. The tiles of keys that add to a tile are ranked, and its counter is the rank that may add
@@ -38,6 +38,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from ringflash.kernels.contract import DqSum
+from ringflash.kernels.hopper.columns import count, total_width, width_of
 from ringflash.kernels.hopper.config import dq_sum_shape, dq_tile
 from ringflash.kernels.hopper.pipeline import full_barrier, release, wait_empty, wait_full
 from ringflash.kernels.launch import Launches, layout
@@ -48,9 +49,11 @@ from ringflash.state import contiguous
 
 @gluon.jit
 def arranged(x):
-    """Returns a piece, (64, 64) in the layout of a four-warp matmul, reordered as memory stores it."""
-    x = x.reshape([4, 2, 8, 8, 4, 2])  # warp, row of two, thread of eight; column group, thread of four, column of two
-    return x.permute((0, 3, 2, 4, 1, 5)).reshape([16, 256])
+    """Returns a piece, (64, columns) in the layout of a four-warp matmul, reordered as memory stores it."""
+    COLUMNS: gl.constexpr = x.shape[1]
+    # Warp, row of two, thread of eight; column group, thread of four, column of two.
+    x = x.reshape([4, 2, 8, COLUMNS // 8, 4, 2])
+    return x.permute((0, 3, 2, 4, 1, 5)).reshape([COLUMNS // 4, 256])
 
 
 @gluon.jit
@@ -70,19 +73,28 @@ class SemaphoreOrder(NamedTuple):
 
 
 @gluon.jit
+def make_pieces(view, COUNT: gl.constexpr):
+    """Allocates buffers for `COUNT` pieces of 64 by 64; `view` is the descriptor of the sum."""
+    return gl.allocate_shared_memory(gl.float32, [COUNT, 16, 256], view.layout)
+
+
+@gluon.jit
 def wait_passed(PIECE: gl.constexpr, i, ring, PIECES: gl.constexpr):
     """Waits until the buffer for piece `PIECE` of dq of tile `i` is empty: pieces are alternately in two buffers."""
-    use = i * PIECES + PIECE
-    wait_empty(ring, use + 2 * PIECES - 2)  # of use - 2, in the same buffer; the ring has 2 * PIECES stages
+    use = i * count(PIECES) + PIECE
+    wait_empty(ring, use + 2 * count(PIECES) - 2)  # of use - 2, in the same buffer; the ring has two stages a piece
 
 
 @gluon.jit
 def pass_dq(PIECE: gl.constexpr, dq, i, ring, PIECES: gl.constexpr):
     """Writes piece `PIECE` of dq of tile `i` to shared memory, for the warp that adds it to global memory."""
     wait_passed(PIECE, i, ring, PIECES)
-    ring.buffers.index(PIECE % 2).store(arranged(dq))
+    buffer, x = ring.buffers.index(PIECE % 2), arranged(dq)
+    if x.shape[0] < buffer.shape[0]:
+        buffer = buffer.slice(0, x.shape[0], 0)
+    buffer.store(x)
     fence_async_shared()
-    mbarrier.arrive(full_barrier(ring, i * PIECES + PIECE), count=1)
+    mbarrier.arrive(full_barrier(ring, i * count(PIECES) + PIECE), count=1)
 
 
 @gluon.jit
@@ -127,25 +139,30 @@ def add_tile(view, tile, turns, place, n, ring, i, ORDERED: gl.constexpr, PIECES
 
     One warp runs this. `tile` counts over the whole sum, `n` over the queries of the tile's head. With `ORDERED` the
     warp first waits until the tile of keys `place` may add. Of two pieces both are added before it waits for either; of
-    four, two share a buffer, so that each is released before the next.
+    four, two share a buffer, so that each is released before the next. `view` adds a piece in boxes of its own shape.
     """
     ROWS: gl.constexpr = view.block_type.shape[0]
-    AT_ONCE: gl.constexpr = 2 if PIECES == 2 else 1
+    AT_ONCE: gl.constexpr = 2 if count(PIECES) == 2 else 1
+    at_row = tile * (total_width(PIECES) // 4)
     before = 1  # 0 if the tile is not initialised: store instead of adding
     if ORDERED:
         turn, following = _turn_of(turns, place, n)
         before = _await_turn(turns.counters + tile, turn)
-    for begin in gl.static_range(0, PIECES, AT_ONCE):
+    for begin in gl.static_range(0, count(PIECES), AT_ONCE):
         for piece in gl.static_range(begin, begin + AT_ONCE):
-            wait_full(ring, i * PIECES + piece)
-            at = [(tile * PIECES + piece) * ROWS, 0]
-            if before:
-                reduce_add(view, at, ring.buffers.index(piece % 2))
-            else:
-                copy_from_shared(view, at, ring.buffers.index(piece % 2))
+            wait_full(ring, i * count(PIECES) + piece)
+            for row in gl.static_range(0, width_of(PIECES, piece) // 4, ROWS):
+                box = ring.buffers.index(piece % 2)
+                if box.shape[0] > ROWS:
+                    box = box.slice(row, ROWS, 0)
+                at = [at_row + piece * 16 + row, 0]
+                if before:
+                    reduce_add(view, at, box)
+                else:
+                    copy_from_shared(view, at, box)
         tma.store_wait(0)
         for piece in gl.static_range(begin, begin + AT_ONCE):
-            release(ring, i * PIECES + piece)
+            release(ring, i * count(PIECES) + piece)
     if ORDERED:
         _pass_turn(turns.counters + tile, following)
 
@@ -208,12 +225,18 @@ class DqAccumulator(DqSum):
         return dq
 
 
+@triton.jit
+def _load_in_rows(numbers, came, COLUMNS: tl.constexpr):
+    """Loads a piece of 64 rows that `arranged` has reordered, as (64, COLUMNS); zeros unless `came`."""
+    x = tl.load(numbers + tl.arange(0, 64 * COLUMNS), mask=came, other=0.0)
+    return tl.permute(x.reshape([4, COLUMNS // 8, 8, 4, 2, 2]), (0, 4, 2, 1, 3, 5)).reshape([64, COLUMNS])
+
+
 @triton.jit(do_not_specialize=["ntiles", "seqlen", "nheads"])
-def _finish_kernel(total, counters, dq, scale, ntiles, seqlen, nheads, HEADDIM: tl.constexpr, BLOCK_D: tl.constexpr):
+def _finish_kernel(total, counters, dq, scale, ntiles, seqlen, nheads, HEADDIM: tl.constexpr, COLUMNS: tl.constexpr):
     """Converts one tile of queries of a head to rows of dq: zeros if its counter shows that nothing was added."""
-    SIZE: tl.constexpr = 64 * 64
-    PIECES: tl.constexpr = BLOCK_D // 64 if BLOCK_D > 64 else 2
-    BLOCK_M: tl.constexpr = PIECES * SIZE // BLOCK_D
+    BLOCK_M: tl.constexpr = 128 if COLUMNS == 64 else 64
+    PIECES: tl.constexpr = (BLOCK_M // 64 * COLUMNS + 63) // 64
     program = tl.program_id(0).to(tl.int64)
     head, begin = program // ntiles, program % ntiles * BLOCK_M
     came = True
@@ -221,12 +244,12 @@ def _finish_kernel(total, counters, dq, scale, ntiles, seqlen, nheads, HEADDIM: 
         came = tl.load(counters + program) != 0
     target = dq + (head // nheads * seqlen * nheads + head % nheads) * HEADDIM
     for piece in tl.static_range(PIECES):
-        x = tl.load(total + (program * PIECES + piece) * SIZE + tl.arange(0, SIZE), mask=came, other=0.0) * scale
-        x = tl.permute(x.reshape([4, 8, 8, 4, 2, 2]), (0, 4, 2, 1, 3, 5)).reshape([64, 64])  # undoes `arranged`
+        numbers = total + program * BLOCK_M * COLUMNS + piece * 64 * 64
+        x = _load_in_rows(numbers, came, 32 if piece * 64 + 32 == COLUMNS else 64) * scale
         row, column = begin, piece * 64
-        if BLOCK_D == 64:
+        if COLUMNS == 64:
             row, column = begin + piece * 64, 0
-        rows, columns = row + tl.arange(0, 64), column + tl.arange(0, 64)
+        rows, columns = row + tl.arange(0, 64), column + tl.arange(0, x.shape[1])
         inside = (rows < seqlen)[:, None] & (columns < HEADDIM)[None, :]
         pointers = target + rows[:, None] * nheads * HEADDIM + columns[None, :]
         tl.store(pointers, x.to(dq.dtype.element_ty), mask=inside)

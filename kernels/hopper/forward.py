@@ -7,7 +7,8 @@ before tiles that need none.
 
 In step i a consumer issues S(i) = q k(i)^T and O += P(i-1) v(i-1). It waits for S(i) and computes P(i) from it. Only
 then does it wait for O, so that the softmax overlaps the second matmul. With `TURNS` consumers also issue their matmuls
-in a fixed cyclic order, ping-pong by named barriers. So the softmax of one overlaps the matmuls of another.
+in a fixed cyclic order, ping-pong by named barriers. So the softmax of one overlaps the matmuls of another. Without
+`OVERLAPS` a consumer waits for O before it issues S(i), because its registers have no room for both P(i-1) and S(i).
 `columns.py` describes the accumulator of O, which has two parts at headdim 96.
 Source: FlashAttention-3 (Shah et al. 2024), section 3.1 and algorithm 2. The online softmax is the one of
 `ringflash.kernels.triton.forward`.
@@ -112,7 +113,7 @@ class ForwardConstants(NamedTuple):
         LOOPS: loops of `_attend` over steps, 2 if MASKED else 1.
         BELOW, ABOVE: as in `Intervals`.
         GROUP: query heads of one KV head.
-        BLOCK_D, WIDTHS, BLOCK_N, STAGES, CONSUMERS, REGISTERS, OUT_IN_Q, TURNS: as in `ForwardConfig`.
+        BLOCK_D, WIDTHS, BLOCK_N, STAGES, CONSUMERS, REGISTERS, OUT_IN_Q, TURNS, OVERLAPS: as in `ForwardConfig`.
         PASS_OVER: consumers skip the first tiles of keys if none of their queries sees them.
         ROWS: queries of a consumer.
     """
@@ -132,6 +133,7 @@ class ForwardConstants(NamedTuple):
     REGISTERS: Any
     OUT_IN_Q: Any
     TURNS: Any
+    OVERLAPS: Any
     PASS_OVER: Any
     ROWS: Any
 
@@ -195,7 +197,7 @@ def _softmax(s, m, l, scale, first, stop, row, MASKED: gl.constexpr, kind):  # n
     S: gl.constexpr = matmul_layout(kind.BLOCK_N)
     if MASKED:
         keys = row + gl.arange(0, kind.BLOCK_N, gl.SliceLayout(0, S))
-        if FEW_REGISTERS and kind.TURNS and not (kind.BELOW and kind.ABOVE):
+        if FEW_REGISTERS and (kind.TURNS or not kind.OVERLAPS) and not (kind.BELOW and kind.ABOVE):
             keys, first, stop = relative(keys, first, stop, kind.BLOCK_N)
         s = where_seen(s, keys, first, stop, float("-inf"), kind.BELOW, kind.ABOVE)
     m_new = gl.maximum(m, gl.max(s, 1) * scale)
@@ -209,6 +211,17 @@ def _softmax(s, m, l, scale, first, stop, row, MASKED: gl.constexpr, kind):  # n
 
 
 @gluon.jit
+def _start_values(p, acc, keys, rings, DTYPE: gl.constexpr, kind):
+    """Issues acc + P v of tile `keys`, a use of the ring v; `p` is a result of `pack_operand`."""
+    if FEW_REGISTERS or not kind.OVERLAPS:  # descriptors of v are made after the wait, not before
+        wait_full(rings.v, keys)
+        v = buffer_of(rings.v, opaque_index(keys)).reshape([kind.BLOCK_N, kind.BLOCK_D])
+    else:
+        v = filled(rings.v, keys, kind.BLOCK_N, kind.BLOCK_D)
+    return start_sums(unpack_operand(p, DTYPE, operand_layout(width_of(kind.WIDTHS, 0))), v, acc, kind.WIDTHS)
+
+
+@gluon.jit
 def _step(C: gl.constexpr, q, p, acc, m, l, keys, row, first, stop, scale, rings, isolated, MASKED: gl.constexpr, kind):  # noqa: E741
     """Computes the scores of tile `keys`, adds P v of tile `keys` - 1 to `acc`, and returns the new P.
 
@@ -216,26 +229,28 @@ def _step(C: gl.constexpr, q, p, acc, m, l, keys, row, first, stop, scale, rings
     """
     S: gl.constexpr = matmul_layout(kind.BLOCK_N)
     OPERAND: gl.constexpr = operand_layout(width_of(kind.WIDTHS, 0))
+    IN_FLIGHT: gl.constexpr = count(kind.WIDTHS) if kind.OVERLAPS else 0
     if MASKED and isolated:
         isolate_values(C, rings, keys, kind)
+    if not kind.OVERLAPS:
+        acc = _start_values(p, acc, keys - 1, rings, q.dtype, kind)
+        acc = wait_parts(0, acc, kind.WIDTHS)
+        release(rings.v, keys - 1)
     k = filled(rings.k, keys, kind.BLOCK_N, kind.BLOCK_D)
     zeros = gl.zeros([kind.ROWS, kind.BLOCK_N], gl.float32, S)
     if kind.TURNS:
         scheduler_barrier_wait(C)
     s = start_scores(q, k, zeros, False, kind.WIDTHS)
-    if FEW_REGISTERS:  # descriptors of v are made after the wait, not before
-        wait_full(rings.v, keys - 1)
-        v = buffer_of(rings.v, opaque_index(keys - 1)).reshape([kind.BLOCK_N, kind.BLOCK_D])
-    else:
-        v = filled(rings.v, keys - 1, kind.BLOCK_N, kind.BLOCK_D)
-    acc = start_sums(unpack_operand(p, q.dtype, OPERAND), v, acc, kind.WIDTHS)
+    if kind.OVERLAPS:
+        acc = _start_values(p, acc, keys - 1, rings, q.dtype, kind)
     if kind.TURNS:
         scheduler_barrier_arrive(C, kind.CONSUMERS)
-    s = warpgroup_mma_wait(count(kind.WIDTHS), deps=[s])
+    s = warpgroup_mma_wait(IN_FLIGHT, deps=[s])
     release(rings.k, keys)
     p, m, l, rescale = _softmax(s, m, l, scale, first, stop, row, MASKED, kind)  # noqa: E741
-    acc = wait_parts(0, acc, kind.WIDTHS)
-    release(rings.v, keys - 1)
+    if kind.OVERLAPS:
+        acc = wait_parts(0, acc, kind.WIDTHS)
+        release(rings.v, keys - 1)
     acc = scale_rows(acc, rescale, kind.WIDTHS)
     return pack_operand(p, q.dtype, OPERAND, kind.LOOPS), acc, m, l
 
@@ -247,8 +262,9 @@ def _pass_over(C: gl.constexpr, keys, rings, kind):
     release(rings.k, keys)
     wait_full(rings.v, keys)
     release(rings.v, keys)
-    scheduler_barrier_wait(C)
-    scheduler_barrier_arrive(C, kind.CONSUMERS)
+    if kind.TURNS:
+        scheduler_barrier_wait(C)
+        scheduler_barrier_arrive(C, kind.CONSUMERS)
 
 
 @gluon.jit

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ringflash.kernels.contract import PendingDelta
-from ringflash.kernels.hopper.config import dq_tile, padded_rows
+from ringflash.kernels.hopper.config import backward_config, dq_tile, padded_rows
 from ringflash.kernels.launch import Launches, layout
 from ringflash.kernels.triton.config import FUSED
 from ringflash.kernels.triton.tiles import Strided, head_of, load_rows, row_pointers, strided, wide
@@ -53,6 +53,7 @@ def _prepare_kernel(
     seqlen,
     nheads,
     HEADDIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -65,10 +66,10 @@ def _prepare_kernel(
     head = (batch_head % nheads).to(tl.int64)
     rows = tl.arange(0, BLOCK)
     inside = row + rows < seqlen
-    out_pointers = row_pointers(head_of(out, batch, head), row, out.row, BLOCK, COLUMNS)
-    dout_pointers = row_pointers(head_of(dout, batch, head), row, dout.row, BLOCK, COLUMNS)
-    out_tile = load_rows(out_pointers, seqlen - row, HEADDIM, BLOCK, COLUMNS).to(tl.float32)
-    dout_tile = load_rows(dout_pointers, seqlen - row, HEADDIM, BLOCK, COLUMNS).to(tl.float32)
+    out_pointers = row_pointers(head_of(out, batch, head), row, out.row, BLOCK, BLOCK_D)
+    dout_pointers = row_pointers(head_of(dout, batch, head), row, dout.row, BLOCK, BLOCK_D)
+    out_tile = load_rows(out_pointers, seqlen - row, HEADDIM, BLOCK, BLOCK_D).to(tl.float32)
+    dout_tile = load_rows(dout_pointers, seqlen - row, HEADDIM, BLOCK, BLOCK_D).to(tl.float32)
     of_delta = tl.sum(out_tile * dout_tile, 1)
     if dlse is not None:
         of_delta -= tl.load(head_of(dlse, batch, head) + wide(row + rows) * dlse.row, mask=inside, other=0.0)
@@ -82,7 +83,9 @@ def _prepare_kernel(
     if counters is not None:
         tl.store(counters + first // TILE, 0)
     else:
-        tl.store(total + first + tl.arange(0, BLOCK * COLUMNS), tl.zeros([BLOCK * COLUMNS], tl.float32))
+        PART: tl.constexpr = BLOCK * (COLUMNS & -COLUMNS)  # a power of two, as shapes in Triton are
+        for part in tl.static_range(BLOCK * COLUMNS // PART):
+            tl.store(total + first + part * PART + tl.arange(0, PART), tl.zeros([PART], tl.float32))
 
 
 _launches, _preparations = Launches(), Launches()
@@ -139,7 +142,7 @@ def prepared_vectors(
         arguments = (
             strided(out), strided(dout), dlse_rows, lse, minus_lse, minus_delta, lost,
             total if counters is None else None, counters, factor, ntiles, seqlen, nheads,
-            headdim, columns, dq_tile(columns), PREPARED,
+            headdim, backward_config(headdim).block_d, columns, dq_tile(columns), PREPARED,
         )  # fmt: skip
         _preparations.first(key, _prepare_kernel, (ntiles * batch * nheads,), arguments, FUSED, tensors)
     return minus_lse, minus_delta, lost

@@ -127,6 +127,26 @@ def test_claims_about_kernels(
         assert (min(ratios), max(ratios), statistics.median(ratios)) == pytest.approx(expected, abs=0.0061)
 
 
+def test_other_headdims() -> None:
+    of: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows("kernels-96") + [row for row in rows("kernels-96-256") if row["headdim"] == 256]:
+        cell = tuple(row[key] for key in ("headdim", "nheads", "batch", "seqlen", "causal", "name"))
+        of.setdefault(cell, []).append(row)
+    names, keys = ("ringflash fast", "FlashAttention-4", "SDPA cuDNN"), ("forward_tflops", "backward_tflops")
+    ratios: dict[str, list[list[float]]] = {}
+    for headdim, heads, sequences, causal, *cells in table("kernels", "other"):
+        batch, tokens = map(int, sequences.split(" of "))
+        cell = int(headdim), int(heads.split(":")[0]), batch, tokens, causal == "yes"
+        ours, fa4, cudnn = ([statistics.mean(row[key] for row in of[*cell, name]) for key in keys] for name in names)
+        for text, exact in zip(cells, (ours, fa4, cudnn), strict=True):
+            assert_rounded(text, *exact)
+        assert all(mine > theirs for mine, theirs in zip(ours, cudnn, strict=True))
+        ratios.setdefault(headdim, []).append([mine / theirs for mine, theirs in zip(ours, fa4, strict=True)])
+    for headdim, expected in (("96", (0.89, 0.99, 0.95, 0.99)), ("256", (0.97, 0.97, 1.30, 1.38))):
+        forward, backward = zip(*ratios[headdim], strict=True)
+        assert (min(forward), max(forward), min(backward), max(backward)) == pytest.approx(expected, abs=0.0061)
+
+
 def test_the_triton_kernels() -> None:
     of = {(row["headdim"], row["seqlen"], row["causal"], row["name"]): row for row in rows("portable-flex")}
     for headdim, tokens, causal, ours, flex in table("kernels", "flex"):
@@ -399,6 +419,10 @@ def test_training_on_one_gpu() -> None:
     text = (PAGES / "training.md").read_text().replace("\n", " ")
     kept = f"{block['tokens_per_second_per_gpu']:,.0f} tokens/s, {block['mfu']:.1%}, in {block['gib']:.1f} GiB"
     assert kept in text
+    short = {row["name"]: row["tokens_per_second_per_gpu"] for row in rows("training-1gpu-1b-2048")}
+    ours = short["ringflash"]
+    later = f"{ours:,.0f} tokens a second there: {ours / short['FlashAttention']:.3f} times FlashAttention-4's rate"
+    assert f"{later} and {ours / short['SDPA']:.3f} times SDPA's" in text
 
 
 def test_float8() -> None:

@@ -15,7 +15,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.mark.parametrize("with_dlse", [False, True])
 @pytest.mark.parametrize("in_turns", [False, True])
-@pytest.mark.parametrize(("headdim", "columns"), [(64, 64), (40, 64), (96, 128), (128, 128), (136, 256)])
+@pytest.mark.parametrize(("headdim", "columns"), [(64, 64), (40, 64), (72, 96), (96, 96), (128, 128), (136, 256)])
 @pytest.mark.parametrize("seqlen", [1, 100, 256])
 def test_one_launch_has_the_bits_of_two(
     seqlen: int, headdim: int, columns: int, in_turns: bool, with_dlse: bool
