@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
@@ -10,8 +11,12 @@ import torch
 from torch import Tensor
 
 import ringflash as rf
+from ringflash.kernels.contract import BackwardArguments, ScoreConfig, TileProblem
+from ringflash.kernels.hopper import calls
 from ringflash.kernels.hopper import head_parts as head_parts_module
+from ringflash.kernels.hopper.dq_accumulator import DqAccumulator
 from ringflash.kernels.hopper.head_parts import add_parts, head_parts, new_parts
+from ringflash.layouts.layout import Chunk
 from ringflash.masks import Mask
 from tests.helpers.accuracy import Problem, assert_accurate
 from tests.kernels.backends import GPU_BACKENDS
@@ -67,6 +72,47 @@ def test_launches_know_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
             dk = torch.empty(1, 64, 1, 64, dtype=dtype, device=device)
             add_parts(*new_parts(dk, dk, parts), dk, dk)
     assert len(set(keys)) == len(keys) == 8
+
+
+class Known:
+    """Stands for launches of a backward that were made before: each writes 1 to all of dk and dv."""
+
+    grid = (4,)
+
+    def __init__(self, parts: int) -> None:
+        self.note, self.shapes = (-1.0, parts), list[tuple[int, ...]]()
+
+    def find(self, _: object) -> Known:
+        return self
+
+    def bind(self, key: object, family: object, grid: object, tensors: Sequence[Tensor], *_: object, note: Any) -> bool:
+        assert note[1] == self.note[1]
+        return self(tensors)
+
+    def __call__(self, tensors: Sequence[Tensor]) -> bool:
+        for x in tensors[4:6]:
+            self.shapes.append(tuple(x.shape))
+            x.fill_(1.0)
+        return True
+
+
+@pytest.mark.parametrize("make", [calls.repeat_backward, calls.backward], ids=["repeated", "bound"])
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_a_known_launch_has_its_parts_added(
+    make: Callable[..., Any], parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = Known(parts)
+    monkeypatch.setattr(calls, "_backwards", known)
+    monkeypatch.setattr(calls, "head_parts", lambda *_: parts)
+    q, dout = (torch.randn(1, 70, 8, 64, dtype=torch.float16, device=DEVICE) for _ in range(2))
+    k, dk, dv = (torch.zeros(1, 70, 2, 64, dtype=torch.float16, device=DEVICE) for _ in range(3))
+    lse = torch.zeros(1, 8, 70, device=DEVICE)
+    problem = TileProblem((Chunk(0, 70),), (Chunk(0, 70),), rf.Causal(), ScoreConfig(0.125))
+    inputs = BackwardArguments(dout, q, k, k, lse, lse, problem)
+    make(inputs, dk, dv, accumulate=False, dq=DqAccumulator(q, hops=1, ordered=False))
+    assert known.shapes == [(1, 70, 2 * parts, 64)] * 2
+    assert (dk == parts).all()
+    assert (dv == parts).all()
 
 
 MASKS = [rf.Causal(), rf.Full(), rf.Causal() & rf.Documents([0, 300, 2300]), rf.SlidingWindow(500, 0)]
