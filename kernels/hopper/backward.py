@@ -105,9 +105,9 @@ class BackwardConstants(NamedTuple):
     (`isolation.py`) even if lse and delta are finite. ORDERED adds dq in a fixed order; the first addition to a tile is
     then a store. ORDERED needs DESCENDING, under which a tile of queries is processed for all heads before the next
     tile. With BY_HEADS too, all tiles of a head come before those of the next head. ACCUMULATE adds dk and dv to
-    memory. HEAD_PARTS counts the parts in which the query heads of a KV head are cut (`head_parts.py`), and GROUP the
-    query heads of a part; `place.head` counts parts. ROWS is 64, the keys of a consumer, and KEY_PARTS counts the parts
-    of 64 keys in a tile.
+    memory. HEAD_PARTS counts the parts in which the query heads of a KV head are cut (`head_parts` in `config.py`), and
+    GROUP the query heads of a part; `place.head` counts parts. ROWS is 64, the keys of a consumer, and KEY_PARTS counts
+    the parts of 64 keys in a tile.
     """
 
     MASKED: Any

@@ -20,12 +20,12 @@ from ringflash.kernels.hopper.config import (
     adds_in_turns,
     backward_config,
     forward_config,
+    head_parts,
 )
-from ringflash.kernels.hopper.dkdv_store import PART_BYTES
+from ringflash.kernels.hopper.dkdv_store import PART_BYTES, add_head_parts, new_head_parts
 from ringflash.kernels.hopper.dq_accumulator import DqAccumulator
 from ringflash.kernels.hopper.forward import KERNEL as FORWARD_KERNEL
 from ringflash.kernels.hopper.forward import ForwardConstants
-from ringflash.kernels.hopper.head_parts import add_parts, head_parts, new_parts
 from ringflash.kernels.hopper.launch import (
     Sizes,
     constants,
@@ -223,11 +223,11 @@ def repeat_backward(inputs: BackwardArguments, dk: Tensor, dv: Tensor, *, accumu
     counter = new_counter(launch.grid[0] if dq.counters is None else 0, inputs.q.device)
     of_rows = _of_rows(inputs, factor, counter.lost, total, dq)
     semaphores = () if dq.counters is None else (dq.counters,)
-    targets = new_parts(dk, dv, parts)
+    targets = new_head_parts(dk, dv, parts)
     if not launch((*inputs[:4], *targets, *of_rows, total, counter.following, *semaphores, *inputs.problem.tables)):
         return False
     if parts > 1:
-        add_parts(*targets, dk, dv)
+        add_head_parts(*targets, dk, dv)
     return True
 
 
@@ -280,7 +280,7 @@ def backward(inputs: BackwardArguments, dk: Tensor, dv: Tensor, *, accumulate: b
     )
     key, grid = _backward_key(inputs, dk, dv, accumulate, dq), (programs,)
     semaphores = () if dq.counters is None else (dq.counters,)
-    targets = new_parts(dk, dv, parts)
+    targets = new_head_parts(dk, dv, parts)
     changing = (dout, q, k, v, *targets, minus_lse, minus_delta, lost, total, tables.counter, *semaphores)
     changing = (*changing, *problem.tables)
     kept, scales = (
@@ -300,4 +300,4 @@ def backward(inputs: BackwardArguments, dk: Tensor, dv: Tensor, *, accumulate: b
         places, note = _places_of_sizes(arguments), (factor, parts)
         _backwards.first(key, BACKWARD_KERNEL, grid, arguments, _OPTIONS, changing, kept, places, note, family)
     if parts > 1:
-        add_parts(*targets, dk, dv)
+        add_head_parts(*targets, dk, dv)

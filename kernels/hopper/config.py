@@ -168,6 +168,34 @@ def adds_in_turns(rows: int, nheads: int, nheads_kv: int, headdim: int) -> bool:
     return rows <= (SHORT_SHARED if nheads > nheads_kv else unshared)
 
 
+# The longest tile's time over the average time of a program, up to which another cut would cost more than it saves.
+BALANCED = 1.25
+MOST_TILES = 2  # tiles for each program: with more of them the parts of dk and dv would take much memory
+MOST_HEAD_PARTS = 4
+
+
+def head_parts(group: int, ntiles: int, skew: float, programs: int) -> int:
+    """Returns in how many parts a backward cuts the query heads that share a KV head: 1, 2 or 4.
+
+    A program owns a tile of keys of one KV head, and streams the queries of all heads that share it. Under a causal
+    mask the first tile of keys takes about twice the average time. If the GPU has as many programs as there are tiles,
+    the kernel takes as long as that tile. A program then streams only a part of the query heads, so that there are more
+    and shorter tiles.
+
+    Args:
+        group: query heads that share a KV head.
+        ntiles: tiles of keys of all KV heads and sequences.
+        skew: the largest number of tiles of queries that a tile of keys processes, over the average.
+        programs: programs that the GPU runs at a time.
+    """
+    parts = 1
+    if ntiles <= MOST_TILES * programs:
+        longest = skew * programs / max(ntiles, 1)
+        while longest > BALANCED * parts and parts < MOST_HEAD_PARTS and group % (2 * parts) == 0:
+            parts *= 2
+    return parts
+
+
 def dq_tile(columns: int) -> int:
     """Returns how many numbers a tile of the sum of dq has, if the sum has `columns`."""
     return ROWS * sum(backward_config(columns).pieces)

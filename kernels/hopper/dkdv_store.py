@@ -1,5 +1,7 @@
 """Store of dK and dV of a tile of keys: from registers to shared memory, and from there to global memory by TMA.
 
+If the query heads of a KV head are cut in parts, each part stores a float32 dK and dV. Another kernel adds them up.
+
 After a matmul, a thread holds two adjacent numbers of a row at a time, which are slow to write to global memory
 directly. When a tile of keys ends, the free buffers of dS have room for two parts of each consumer warpgroup. With
 `BY_GRADIENT` the buffers of dq are used instead. A part is 128 bytes of each of the 64 rows.
@@ -15,15 +17,23 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from ringflash.kernels.hopper.columns import scale_all, total_width, width_of
 from ringflash.kernels.hopper.pipeline import slot_of
+from ringflash.kernels.launch import Launches, layout
+from ringflash.kernels.triton.config import FUSED
 from ringflash.kernels.versions import copy_from_shared, reduce_add, reinterpret
+from ringflash.state import contiguous
 
 PART_BYTES = 128  # bytes of a row in a part
+SUM_ROWS = 64  # rows of a program that adds up dk and dv of parts of the query heads
 
 
 class Gradients(NamedTuple):
@@ -140,3 +150,64 @@ def pass_gradients(C: gl.constexpr, dk, dv, place, use, gradients, parts, kind):
         fence_async_shared()
         _send(first, gradients, place, row, i, PARTS, kind.ACCUMULATE)
         _send(second, gradients, place, row, i + 1, PARTS, kind.ACCUMULATE)
+
+
+@triton.jit
+def _add_rows(parts, total, row, inside, HEADDIM: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr):
+    """Adds the parts of some rows, which are adjacent in memory."""
+    columns = tl.arange(0, BLOCK_D)
+    inside = inside[:, None] & (columns < HEADDIM)[None, :]
+    x = tl.zeros([row.shape[0], BLOCK_D], tl.float32)
+    for part in tl.static_range(PARTS):
+        pointers = parts + (row * PARTS + part)[:, None] * HEADDIM + columns[None, :]
+        x += tl.load(pointers, mask=inside, other=0.0)
+    tl.store(total + row[:, None] * HEADDIM + columns[None, :], x.to(total.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _sum_kernel(
+    of_dk,
+    of_dv,
+    dk,
+    dv,
+    rows,
+    HEADDIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Adds the parts of BLOCK rows of dk and dv; a row is one key of one KV head."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    _add_rows(of_dk, dk, row, row < rows, HEADDIM, BLOCK_D, PARTS)
+    _add_rows(of_dv, dv, row, row < rows, HEADDIM, BLOCK_D, PARTS)
+
+
+_sums = Launches()
+
+
+def new_head_parts(dk: Tensor, dv: Tensor, parts: int) -> tuple[Tensor, Tensor]:
+    """Allocates dk and dv (batch, seqlen_k, nheads_kv * parts, headdim) of the parts, in float32.
+
+    Each part of the query heads (`config.head_parts`) has a dk and a dv of its own, and the parts of a KV head are
+    adjacent. With one part the results are `dk` and `dv` themselves.
+    """
+    if parts == 1:
+        return dk, dv
+    batch, seqlen, nheads_kv, headdim = dk.shape
+    shape = batch, seqlen, nheads_kv * parts, headdim
+    of_dk, of_dv = (x.new_empty_strided(*contiguous(shape), dtype=torch.float32) for x in (dk, dv))
+    return of_dk, of_dv
+
+
+def add_head_parts(of_dk: Tensor, of_dv: Tensor, dk: Tensor, dv: Tensor) -> None:
+    """Writes the sums of two or four parts from `new_head_parts` to `dk` and `dv`, which are contiguous.
+
+    The order of the addition is fixed, so that results repeat bit for bit.
+    """
+    parts, headdim = of_dk.shape[2] // dk.shape[2], dk.shape[3]
+    tensors = of_dk, of_dv, dk, dv
+    key = parts, *layout(*tensors)
+    if not _sums.repeat(key, tensors):
+        rows = dk.numel() // headdim
+        arguments = (*tensors, rows, headdim, triton.next_power_of_2(headdim), parts, SUM_ROWS)
+        _sums.first(key, _sum_kernel, (triton.cdiv(rows, SUM_ROWS),), arguments, FUSED, tensors)

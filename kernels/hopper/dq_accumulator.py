@@ -138,8 +138,9 @@ def add_tile(view, tile, turns, place, n, ring, i, ORDERED: gl.constexpr, PIECES
     """Adds the pieces of tile `i` of dq in `ring` to the sum, and releases them.
 
     One warp runs this. `tile` counts over the whole sum, `n` over the queries of the tile's head. With `ORDERED` the
-    warp first waits until the tile of keys `place` may add. Of two pieces both are added before it waits for either; of
-    four, two share a buffer, so that each is released before the next. `view` adds a piece in boxes of its own shape.
+    warp first waits until the tile of keys `place` may add. With two pieces, both are added before it waits for
+    either. With four, two share a buffer, so that each is released before the next. `view` adds a piece in boxes of
+    its own shape.
     """
     ROWS: gl.constexpr = view.block_type.shape[0]
     AT_ONCE: gl.constexpr = 2 if count(PIECES) == 2 else 1

@@ -222,6 +222,15 @@ def _start_values(p, acc, keys, rings, DTYPE: gl.constexpr, kind):
 
 
 @gluon.jit
+def _add_values(p, acc, keys, rings, DTYPE: gl.constexpr, kind):
+    """Returns acc + P v of tile `keys`, and releases v."""
+    acc = _start_values(p, acc, keys, rings, DTYPE, kind)
+    acc = wait_parts(0, acc, kind.WIDTHS)
+    release(rings.v, keys)
+    return acc
+
+
+@gluon.jit
 def _step(C: gl.constexpr, q, p, acc, m, l, keys, row, first, stop, scale, rings, isolated, MASKED: gl.constexpr, kind):  # noqa: E741
     """Computes the scores of tile `keys`, adds P v of tile `keys` - 1 to `acc`, and returns the new P.
 
@@ -233,9 +242,7 @@ def _step(C: gl.constexpr, q, p, acc, m, l, keys, row, first, stop, scale, rings
     if MASKED and isolated:
         isolate_values(C, rings, keys, kind)
     if not kind.OVERLAPS:
-        acc = _start_values(p, acc, keys - 1, rings, q.dtype, kind)
-        acc = wait_parts(0, acc, kind.WIDTHS)
-        release(rings.v, keys - 1)
+        acc = _add_values(p, acc, keys - 1, rings, q.dtype, kind)
     k = filled(rings.k, keys, kind.BLOCK_N, kind.BLOCK_D)
     zeros = gl.zeros([kind.ROWS, kind.BLOCK_N], gl.float32, S)
     if kind.TURNS:
@@ -310,11 +317,7 @@ def _attend(C: gl.constexpr, q, acc, m, l, keys, use, place, first, stop, unseen
     keys += total
     if not kind.OUT_IN_Q:
         release(rings.q, use)
-    v = filled(rings.v, keys - 1, kind.BLOCK_N, kind.BLOCK_D)
-    acc = start_sums(unpack_operand(p, q.dtype, OPERAND), v, acc, kind.WIDTHS)
-    acc = wait_parts(0, acc, kind.WIDTHS)
-    release(rings.v, keys - 1)
-    return acc, m, l, keys
+    return _add_values(p, acc, keys - 1, rings, q.dtype, kind), m, l, keys
 
 
 @gluon.jit

@@ -12,10 +12,10 @@ from torch import Tensor
 
 import ringflash as rf
 from ringflash.kernels.contract import BackwardArguments, ScoreConfig, TileProblem
-from ringflash.kernels.hopper import calls
-from ringflash.kernels.hopper import head_parts as head_parts_module
+from ringflash.kernels.hopper import calls, dkdv_store
+from ringflash.kernels.hopper.config import head_parts
+from ringflash.kernels.hopper.dkdv_store import add_head_parts, new_head_parts
 from ringflash.kernels.hopper.dq_accumulator import DqAccumulator
-from ringflash.kernels.hopper.head_parts import add_parts, head_parts, new_parts
 from ringflash.layouts.layout import Chunk
 from ringflash.masks import Mask
 from tests.helpers.accuracy import Problem, assert_accurate
@@ -50,12 +50,12 @@ def test_few_uneven_tiles_are_cut(group: int, ntiles: int, skew: float, parts: i
 @pytest.mark.parametrize("shape", [(2, 70, 3, 72), (1, 64, 1, 128), (1, 1, 2, 256)], ids=str)
 def test_parts_are_added(shape: tuple[int, ...], parts: int) -> None:
     dk, dv = (torch.full(shape, torch.nan, dtype=torch.float16, device=DEVICE) for _ in range(2))
-    targets = new_parts(dk, dv, parts)
+    targets = new_head_parts(dk, dv, parts)
     if parts == 1:
         assert targets[0] is dk
         assert targets[1] is dv
     values = [x.copy_(torch.randn(x.shape, device=DEVICE)).float() for x in targets]
-    add_parts(*targets, dk, dv)
+    add_head_parts(*targets, dk, dv)
     for result, value in zip((dk, dv), values, strict=True):
         total = torch.zeros(shape, device=DEVICE)
         for part in value.unflatten(2, (shape[2], parts)).unbind(3):
@@ -66,11 +66,11 @@ def test_parts_are_added(shape: tuple[int, ...], parts: int) -> None:
 def test_launches_know_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks that launches of another GPU, dtype or number of parts have other keys."""
     keys: list[Any] = []
-    monkeypatch.setattr(head_parts_module._sums, "repeat", lambda key, _: keys.append(key) or True)
+    monkeypatch.setattr(dkdv_store._sums, "repeat", lambda key, _: keys.append(key) or True)
     for device, dtype in product(("cpu", "meta"), (torch.float16, torch.float32)):
         for parts in (2, 4):
             dk = torch.empty(1, 64, 1, 64, dtype=dtype, device=device)
-            add_parts(*new_parts(dk, dk, parts), dk, dk)
+            add_head_parts(*new_head_parts(dk, dk, parts), dk, dk)
     assert len(set(keys)) == len(keys) == 8
 
 
